@@ -2,9 +2,10 @@
 
     git worktree add ../before COMMIT
     python benchmarks/between_trees.py ../before/src src
+    python benchmarks/between_trees.py ../before/src src --threads 1 --batch 16 --tokens 128 --heads 12 --head-dim 4
 
-A process for each tree makes the same calls, one at a time and in alternating order: one global layer at the shape of
-DCFormer-405M, batch 1, float32. Printed are the median and the shortest of each, and their ratios.
+A process for each tree makes the same calls, one at a time and in alternating order: one layer in float32, by default
+global, at the shape of DCFormer-405M. Printed are the median and the shortest of each, and their ratios.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-HEADS, HEAD_DIM, HIDDEN = 16, 64, 1024
 KINDS = {
     "forward": "no gradients",
     "training": "forward and backward",
@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-def serve(tokens: int, threads: int) -> None:
+def serve(shape: argparse.Namespace) -> None:
     """Reads kinds of calls from standard input, and prints the seconds that each took."""
     import torch
 
@@ -33,15 +33,17 @@ def serve(tokens: int, threads: int) -> None:
     from dcformer.chunked_dcformer import chunked_attention
     from dcformer.compose_dcformer import DCFormerCompose, stages
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(shape.threads)
     torch.manual_seed(0)
-    sizes = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "head_dim": HEAD_DIM, "num_hidden_layers": 1}
+    width = shape.heads * shape.head_dim
+    sizes = {"hidden_size": width, "num_attention_heads": shape.heads, "num_hidden_layers": 1}
     generators = DCFormerCompose(DCFormerConfig(vocab_size=16, **sizes))
     torch.nn.init.normal_(generators.qkw, std=0.02)
     module = torch.nn.Module()
     module.is_causal = True
-    hidden = torch.randn(1, tokens, HIDDEN)
-    states = [torch.randn(1, HEADS, tokens, HEAD_DIM, requires_grad=True) for _ in range(3)]
+    hidden = torch.randn(shape.batch, shape.tokens, width)
+    of_states = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
+    states = [torch.randn(of_states, requires_grad=True) for _ in range(3)]
     for line in sys.stdin:
         kind = line.strip()
         is_training = kind.endswith("training")
@@ -53,7 +55,8 @@ def serve(tokens: int, threads: int) -> None:
                 for stage in (pre, post):
                     stage.query.packed = stage.query.packed[..., -1:]
             start = time.perf_counter()
-            output, _ = chunked_attention(module, query, key, value, None, HEAD_DIM**-0.5, pre=pre, post=post)
+            composed = {"pre": pre, "post": post, "sliding_window": shape.window}
+            output, _ = chunked_attention(module, query, key, value, None, shape.head_dim**-0.5, **composed)
             if is_training:
                 output.sum().backward()
             print(time.perf_counter() - start, flush=True)
@@ -62,16 +65,18 @@ def serve(tokens: int, threads: int) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="*", type=Path, help="two folders that hold `dcformer`, the older one first")
-    parser.add_argument("--tokens", type=int, default=2048)
+    shape = {"batch": 1, "tokens": 2048, "heads": 16, "head-dim": 64, "window": None, "threads": 2}
+    for name, default in shape.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default or 'all keys'}")
     parser.add_argument("--repeats", type=int, default=12, help="calls of each kind and tree (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        return serve(options.tokens, options.threads)
+        return serve(options)
     if len(options.trees) != 2 or not all((tree / "dcformer").is_dir() for tree in options.trees):
         parser.error(f"{[str(tree) for tree in options.trees]}: expected two folders that hold `dcformer`")
-    command = [sys.executable, __file__, "--serve", f"--tokens={options.tokens}", f"--threads={options.threads}"]
+    given = {name: getattr(options, name.replace("-", "_")) for name in shape}
+    command = [sys.executable, __file__, "--serve", *(f"--{k}={v}" for k, v in given.items() if v is not None)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     paths = [os.environ | {"PYTHONPATH": str(tree.resolve())} for tree in options.trees]
     workers = [subprocess.Popen(command, env=environment, **pipes) for environment in paths]

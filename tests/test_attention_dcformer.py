@@ -49,6 +49,7 @@ def small_blocks(patch, query_block, scores, few=0, alignment=1):
     """Makes the chunked implementation cut even tiny problems into many blocks of queries and slices of the batch."""
     patch.setattr(chunked_dcformer, "MAX_QUERY_BLOCK", query_block)
     patch.setattr(chunked_dcformer, "BLOCK_SCORES", scores)
+    patch.setattr(chunked_dcformer, "ONE_THREAD_BLOCK", (query_block, scores))
     patch.setattr(chunked_dcformer, "ALIGNMENT", alignment)
     patch.setattr(masks_dcformer, "FEW_QUERIES", few)
 
@@ -345,6 +346,22 @@ def test_small_limits_really_cut_the_problem_up(query_block, scores, expected, m
     assert starts == sorted((part.start, min(part.stop, 3), start) for part, start in expected)
     sizes = [block.size() for block in plan.blocks]
     assert sizes == sorted(sizes, reverse=True)  # in whose memory the others fit
+
+
+def test_one_thread_has_smaller_blocks_unless_it_drops_weights(monkeypatch):
+    """Dropped weights are drawn block by block: they must not depend on how many threads a pass has."""
+    query = torch.zeros(16, 12, 128, 4)
+
+    def cut(threads, dropout=0.0):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        plan = chunked_dcformer._Call(query, query, [], True, 16, dropout, None, 12)
+        return sorted((b.queries.start, b.queries.stop, b.batch.start, b.batch.stop) for b in plan.blocks)
+
+    whole = [(0, 128, 0, 10), (0, 128, 10, 16)]
+    assert cut(2) == whole and cut(1, dropout=0.1) == cut(2, dropout=0.1) == whole
+    assert cut(1) == [(0, 48, 0, 16), (48, 96, 0, 14), (48, 96, 14, 16), (96, 128, 0, 16)]
+    query = query.to("meta")
+    assert chunked_dcformer._Call(query, query, [], True, 16, 0.0, None, 12).one_thread is False
 
 
 def test_blocks_that_see_more_keys_have_fewer_queries(monkeypatch):

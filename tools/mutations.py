@@ -2984,6 +2984,18 @@ _CHUNKED = _in(
         T_CHUNKED + "test_a_mask_of_no_keys",
     ),
     (
+        "blocks of one thread where weights are dropped",
+        "torch.get_num_threads() == 1 and not dropout",
+        "torch.get_num_threads() == 1",
+        T_ATTENTION + "test_one_thread_has_smaller_blocks_unless_it_drops_weights",
+    ),
+    (
+        "sequences that share a block of one thread, as many as of several",
+        "min(shared, BLOCK_SCORES) // (row * size)",
+        "BLOCK_SCORES // (row * size)",
+        T_ATTENTION + "test_one_thread_has_smaller_blocks_unless_it_drops_weights",
+    ),
+    (
         "composed weights not rounded",
         "composed = composed.to(self.dtype).to(self.compute)",
         "pass",

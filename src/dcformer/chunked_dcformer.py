@@ -43,6 +43,9 @@ from .plain_dcformer import attend_plain, can_attend_plain
 # cache, but the smaller blocks are, the more there is of Python between them.
 BLOCK_SCORES = 1 << 21
 MAX_QUERY_BLOCK = 128
+# The same limits for one thread of a CPU, the second where sequences share a block. Small blocks leave out more of what
+# causality and windows hide, and stay in the cache; but several threads share out every operation, and GPUs launch it.
+ONE_THREAD_BLOCK = (48, 1 << 19)
 ALIGNMENT = 16  # of the numbers of keys and queries of a block, where there are enough: products are faster
 
 
@@ -344,6 +347,8 @@ class _Call:
     ):
         self.dropout = dropout
         self.seed = 0 if seed is None else int(seed)
+        # not with dropout: both passes need the same blocks, and may run with different numbers of threads
+        self.one_thread = query.device.type == "cpu" and torch.get_num_threads() == 1 and not dropout
         self.causal = causal
         self.window = window if causal else None
         self.whole = mask[0] if len(mask) == 1 else None  # a mask of all pairs, [B or 1, 1 or H, T, S]
@@ -365,18 +370,20 @@ class _Call:
         self.blocks = sorted(blocks, key=_Block.size, reverse=True)  # the largest first, in whose memory the others fit
 
     def _cut(self, heads: int) -> Iterator[_Block]:
+        """Blocks of queries and sequences, whose keys are not known yet."""
+        most, shared = ONE_THREAD_BLOCK if self.one_thread else (MAX_QUERY_BLOCK, BLOCK_SCORES)
         start = 0
         while start < self.length:
             span = self.key_length
             if self.causal:  # the keys that the largest block from here sees
-                span = min(span, start + MAX_QUERY_BLOCK + max(0, span - self.length))
+                span = min(span, start + most + max(0, span - self.length))
             if self.window is not None:
-                span = min(span, self.window + MAX_QUERY_BLOCK)
-            rows = max(1, BLOCK_SCORES // max(1, heads * span))
-            size = min(self.length - start, MAX_QUERY_BLOCK, max(8, rows))
+                span = min(span, self.window + most)
+            row = max(1, heads * span)  # scores of a query
+            size = min(self.length - start, most, max(8, BLOCK_SCORES // row))
             if ALIGNMENT < size < self.length - start:
                 size -= size % ALIGNMENT
-            sequences = max(1, rows // size)
+            sequences = max(1, min(shared, BLOCK_SCORES) // (row * size))
             for first in range(0, self.batch, sequences):
                 batch = slice(first, min(self.batch, first + sequences))
                 yield _Block(batch, slice(start, start + size), slice(0, 0))
