@@ -45,6 +45,7 @@ FAMILIES = {
     "transformer++-qknorm-windows": PLAIN | WINDOWS | {"qk_norm": True},
     "dcformer++": WINDOWS | {"qk_norm": True},
 }
+FIELDS = FAMILIES | {"talking-heads": WINDOWS | study.NO_DYNAMIC | {"compose_static": True, "qk_norm": True}}
 VARIANT = "dcformer++"
 BASELINES = tuple(family for family in FAMILIES if family != VARIANT)
 FORMS = {"log": "The paper's form of the law", "power": "A power law"}
@@ -57,19 +58,19 @@ COSTS = (
 )
 
 
-def make_config(family: str, width: int, head_dim: int = HEAD_DIM):
+def make_config(family: str, width: int, head_dim: int = HEAD_DIM, intermediate_size: int | None = None):
     from dcformer import DCFormerConfig
 
     return DCFormerConfig(
-        **FAMILIES[family],
+        **FIELDS[family],
         vocab_size=study.make_data("text", 1)[2],
         hidden_size=width,
-        intermediate_size=8 * round(width / 3),
+        intermediate_size=intermediate_size or 8 * round(width / 3),
         num_hidden_layers=LAYERS,
         num_attention_heads=width // head_dim,
         max_position_embeddings=LENGTH,
         initializer_range=0.7 / math.sqrt(width),  # the usual 0.02 is for wide models
-        attn_implementation="dcformer_chunked" if family == VARIANT else "sdpa",
+        attn_implementation="sdpa" if FIELDS[family].items() >= PLAIN.items() else "dcformer_chunked",
     )
 
 
@@ -103,7 +104,8 @@ def train(settings: dict, folder: str) -> dict:
 
     torch.set_num_threads(1)
     rows, test, _ = study.make_data("text", settings["steps"] * BATCH)
-    config = make_config(settings["family"], settings["width"], settings.get("head_dim", HEAD_DIM))
+    shape = {name: settings[name] for name in ("head_dim", "intermediate_size") if name in settings}
+    config = make_config(settings["family"], settings["width"], **shape)
     set_seed(settings["seed"])
     model = DCFormerForCausalLM(config)
     trainer, _, seconds = study.fit(model, settings, rows, test[::2], folder)
@@ -127,7 +129,7 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
     if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
         for run in as_trained(train, missing, workers):
-            done = sorted([*done, run], key=lambda r: (list(FAMILIES).index(r["family"]), r["width"], r["seed"]))
+            done = sorted([*done, run], key=lambda r: (list(FIELDS).index(r["family"]), r["width"], r["seed"]))
             write_text(path, json.dumps({"about": about_runs(), "runs": done}, indent=1) + "\n")
             tqdm.write("{family} {width} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
     return done
