@@ -137,7 +137,6 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         runs, larger: of `SHAPES`, and of larger plain models.
         scale: of the number of steps.
     """
-
     grids = [(family, shape, runs) for shape in SHAPES if shape.of_grid == shape for family in (*FAMILIES, STATIC)]
     grids += [(PLAIN, shape, larger) for shape in LARGER_SHAPES]
     edge = [
