@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import randomize, tiny_config
+from packaging.version import Version
 from test_attention_dcformer import Inputs, small_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -230,6 +231,8 @@ def test_export_of_other_models_with_a_mask(fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [4, 2, 1])
 def test_export_of_eager_with_a_mask(shared):
+    if shared == 2 and Version(torch.__version__) < Version("2.13"):  # of 2.11 and 2.13, which were tried
+        pytest.skip("torch 2.11 does not see that the smaller of T * T and 2 * T * T is T * T")
     network = model(num_key_value_heads=shared)
     network.set_attn_implementation("eager")
     check_export(network, False, True)
