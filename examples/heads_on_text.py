@@ -139,11 +139,12 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
     """
     grids = [(family, shape, runs) for shape in SHAPES if shape.of_grid == shape for family in (*FAMILIES, STATIC)]
     grids += [(PLAIN, shape, larger) for shape in LARGER_SHAPES]
+    rates = [chosen_rate(of, family, shape, scale) for family, shape, of in grids]
     edge = [
         f"{family} with {shape.heads} heads"
         + (f" and an MLP of {shape.intermediate_size}" * bool(shape.intermediate_size))
-        for family, shape, of in grids
-        if chosen_rate(of, family, shape, scale) in (min(RATES), max(RATES))
+        for (family, shape, _), rate in zip(grids, rates, strict=True)
+        if rate in (min(RATES), max(RATES))
     ]
     plain = {shape: reported(runs, PLAIN, shape, scale) for shape in SHAPES}
 
@@ -169,7 +170,8 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         "seeds' differences; p: of a paired t-test; Welch's: of one without pairs. More parameters and operations: of "
         "composed models, at equal width and tokens.",
         f"Rates are those at width {RATE_WIDTH}, of {', '.join(f'{rate:g}' for rate in RATES)}"
-        + (f"; at the edge of the grid: {', '.join(edge)}." if edge else "; none is at the edge of the grid."),
+        + (f"; at the edge of the grid: {', '.join(edge)}" if edge else "; none is at the edge of the grid")
+        + (f"; {rates.count(None)} are not chosen yet." if None in rates else "."),
         "",
         "## Beside larger plain models",
         "",

@@ -50,6 +50,7 @@ def small_blocks(patch, query_block, scores, few=0, alignment=1):
     patch.setattr(chunked_dcformer, "MAX_QUERY_BLOCK", query_block)
     patch.setattr(chunked_dcformer, "BLOCK_SCORES", scores)
     patch.setattr(chunked_dcformer, "ONE_THREAD_BLOCK", (query_block, scores))
+    patch.setattr(chunked_dcformer, "ONE_THREAD_LEAST", 0)
     patch.setattr(chunked_dcformer, "ALIGNMENT", alignment)
     patch.setattr(masks_dcformer, "FEW_QUERIES", few)
 
@@ -362,6 +363,14 @@ def test_one_thread_has_smaller_blocks_unless_it_drops_weights(monkeypatch):
     assert cut(1) == [(0, 48, 0, 16), (48, 96, 0, 14), (48, 96, 14, 16), (96, 128, 0, 16)]
     query = query.to("meta")
     assert chunked_dcformer._Call(query, query, [], True, 16, 0.0, None, 12).one_thread is False
+
+
+@pytest.mark.parametrize(("window", "batch", "blocks"), [(None, 1, 1), (None, 2, 3), (16, 2, 1), (16, 3, 3)])
+def test_little_work_of_one_thread_stays_in_one_block(window, batch, blocks, monkeypatch):
+    """16 heads and 48 queries that see 128 keys, or 64 in a window: 98,304 and 49,152 scores of a sequence."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    query = torch.zeros(batch, 16, 128, 4)
+    assert len(chunked_dcformer._Call(query, query, [], True, window, 0.0, None, 16).blocks) == blocks
 
 
 def test_blocks_that_see_more_keys_have_fewer_queries(monkeypatch):

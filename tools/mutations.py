@@ -2990,6 +2990,12 @@ _CHUNKED = _in(
         T_ATTENTION + "test_one_thread_has_smaller_blocks_unless_it_drops_weights",
     ),
     (
+        "small blocks of one thread for little work",
+        "self.batch * heads * most * seen < ONE_THREAD_LEAST",
+        "self.batch * heads * most * seen < 0",
+        T_ATTENTION + "test_little_work_of_one_thread_stays_in_one_block",
+    ),
+    (
         "sequences that share a block of one thread, as many as of several",
         "min(shared, BLOCK_SCORES) // (row * size)",
         "BLOCK_SCORES // (row * size)",

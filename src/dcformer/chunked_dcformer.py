@@ -46,6 +46,7 @@ MAX_QUERY_BLOCK = 128
 # The same limits for one thread of a CPU, the second where sequences share a block. Small blocks leave out more of what
 # causality and windows hide, and stay in the cache; but several threads share out every operation, and GPUs launch it.
 ONE_THREAD_BLOCK = (48, 1 << 19)
+ONE_THREAD_LEAST = 1 << 17  # scores of so many queries of all sequences and heads: of fewer, Python takes what is saved
 ALIGNMENT = 16  # of the numbers of keys and queries of a block, where there are enough: products are faster
 
 
@@ -371,7 +372,10 @@ class _Call:
 
     def _cut(self, heads: int) -> Iterator[_Block]:
         """Blocks of queries and sequences, whose keys are not known yet."""
-        most, shared = ONE_THREAD_BLOCK if self.one_thread else (MAX_QUERY_BLOCK, BLOCK_SCORES)
+        most, shared = ONE_THREAD_BLOCK
+        seen = self.key_length if self.window is None else min(self.key_length, self.window + most)
+        if not self.one_thread or self.batch * heads * most * seen < ONE_THREAD_LEAST:
+            most, shared = MAX_QUERY_BLOCK, BLOCK_SCORES
         start = 0
         while start < self.length:
             span = self.key_length
