@@ -75,8 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         return serve(options)
     if len(options.trees) != 2 or not all((tree / "dcformer").is_dir() for tree in options.trees):
         parser.error(f"{[str(tree) for tree in options.trees]}: expected two folders that hold `dcformer`")
-    given = {name: getattr(options, name.replace("-", "_")) for name in shape}
-    command = [sys.executable, __file__, "--serve", *(f"--{k}={v}" for k, v in given.items() if v is not None)]
+    command = [sys.executable, __file__, "--serve", *(sys.argv[1:] if arguments is None else arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     paths = [os.environ | {"PYTHONPATH": str(tree.resolve())} for tree in options.trees]
     workers = [subprocess.Popen(command, env=environment, **pipes) for environment in paths]

@@ -70,7 +70,11 @@ LARGER = {  # composed -> plain models of as many parameters, within 2 %; with 6
     Shape(48, 8): (Shape(48, 8, 184), Shape(48, 16, 184), Shape(54, 18, 144), Shape(64, 16, 168)),
     Shape(48, 4): (Shape(48, 4, 272), Shape(48, 16, 272), Shape(64, 16, 168)),
 }
-LARGER_SHAPES = tuple(dict.fromkeys(shape for shapes in LARGER.values() for shape in shapes))
+
+
+def larger_shapes() -> list[Shape]:
+    """All of `LARGER`, each once."""
+    return list(dict.fromkeys(shape for shapes in LARGER.values() for shape in shapes))
 
 
 def of_the_law(path: Path) -> list[dict]:
@@ -113,20 +117,20 @@ def _compared(ours: dict[int, dict], plain: dict[int, dict]) -> list[str]:
     ]
 
 
-COMPARED = ("rates", "plain", "{}", "lower by", "p", "Welch's p", "more parameters", "more operations")
-COMPARED += ("minutes, plain and {}",)
+COMPARED = ("rates", "{0}", "{1}", "lower by", "p", "Welch's p", "more parameters", "more operations")
+COMPARED += ("minutes, {0} and {1}",)
 
 
 def _row(named: tuple[int, ...], own: dict[int, dict], theirs: dict[int, dict]) -> str:
-    """A row of a table: what names it, and mixed beside plain runs by seed, where all are done."""
+    """A row of a table: what names it, and runs of one kind beside those of another by seed, where all are done."""
     cells = ["not done"] * len(COMPARED)
     if len(theirs) == len(own) == len(SEEDS):
         cells = ["; ".join(f"{of[SEEDS[0]]['rate']:g}" for of in (theirs, own)), *_compared(own, theirs)]
     return "| " + " | ".join([*map(str, named), *cells]) + " |"
 
 
-def _table(named: tuple[str, ...], ours: str, rows: list[str]) -> list[str]:
-    heads = (*named, *(name.format(ours) for name in COMPARED))
+def _table(named: tuple[str, ...], theirs: str, ours: str, rows: list[str]) -> list[str]:
+    heads = (*named, *(name.format(theirs, ours) for name in COMPARED))
     return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *rows]
 
 
@@ -138,7 +142,7 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         scale: of the number of steps.
     """
     grids = [(family, shape, runs) for shape in SHAPES if shape.of_grid == shape for family in (*FAMILIES, STATIC)]
-    grids += [(PLAIN, shape, larger) for shape in LARGER_SHAPES]
+    grids += [(PLAIN, shape, larger) for shape in larger_shapes()]
     rates = [chosen_rate(of, family, shape, scale) for family, shape, of in grids]
     edge = [
         f"{family} with {shape.heads} heads"
@@ -146,15 +150,17 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         for (family, shape, _), rate in zip(grids, rates, strict=True)
         if rate in (min(RATES), max(RATES))
     ]
-    plain = {shape: reported(runs, PLAIN, shape, scale) for shape in SHAPES}
+    found = {(family, s): reported(runs, family, s, scale) for family in (*FAMILIES, STATIC) for s in SHAPES}
 
-    def rows(family: str) -> list[str]:
-        return [_row((s.width, s.heads), reported(runs, family, s, scale), plain[s]) for s in SHAPES]
+    def rows(family: str, other: str) -> list[str]:
+        return [_row((s.width, s.heads), found[family, s], found[other, s]) for s in SHAPES]
 
+    pairs = [(found[PLAIN, s], found[STATIC, s]) for s in SHAPES]
+    lower = [one[seed]["loss"] - other[seed]["loss"] for one, other in pairs for seed in one.keys() & other.keys()]
     beside_larger = [
         _row(
             (composed.heads, shape.width, shape.heads, shape.intermediate_size or 0),
-            reported(runs, OURS, composed, scale),
+            found[OURS, composed],
             reported(larger, PLAIN, shape, scale),
         )
         for composed, shapes in LARGER.items()
@@ -164,7 +170,7 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         "<!-- written by examples/heads_on_text.py -->",
         "# Heads on text",
         "",
-        *_table(("width", "heads"), "composed", rows(OURS)),
+        *_table(("width", "heads"), "plain", "composed", rows(OURS, PLAIN)),
         "",
         f"Nats a character, {len(SEEDS)} seeds: mean and standard deviation. Lower by: mean and standard error of the "
         "seeds' differences; p: of a paired t-test; Welch's: of one without pairs. More parameters and operations: of "
@@ -175,14 +181,21 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         "",
         "## Beside larger plain models",
         "",
-        *_table(("composed heads", "plain: width", "heads", "MLP"), "composed", beside_larger),
+        *_table(("composed heads", "plain: width", "heads", "MLP"), "plain", "composed", beside_larger),
         "",
         f"Composed models have width {RATE_WIDTH} and an MLP of "
         f"{small_law.make_config(OURS, RATE_WIDTH).intermediate_size}. Tokens are equal, rates each model's own.",
         "",
         "## Talking heads",
         "",
-        *_table(("width", "heads"), "talking heads", rows(STATIC)),
+        *_table(("width", "heads"), "plain", "talking heads", rows(STATIC, PLAIN)),
+        "",
+        f"Of pairs with the same seed, talking heads have the lower loss in {sum(value > 0 for value in lower)} of "
+        f"{len(lower)}" + (f": by {min(lower):+.4f} to {max(lower):+.4f}." if lower else "."),
+        "",
+        "## Talking heads beside composed ones",
+        "",
+        *_table(("width", "heads"), "composed", "talking heads", rows(STATIC, OURS)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -241,7 +254,7 @@ def main() -> int:
 
     if not arguments.report:
         train_all(run, [(family, shape) for shape in SHAPES for family in (*FAMILIES, STATIC)])
-        train_all(run_larger, [(PLAIN, shape) for shape in LARGER_SHAPES])
+        train_all(run_larger, [(PLAIN, shape) for shape in larger_shapes()])
     runs = law + read_runs(path)
     text = report(runs, read_runs(larger_path), scale)
     arguments.output.mkdir(parents=True, exist_ok=True)

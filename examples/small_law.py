@@ -45,7 +45,7 @@ FAMILIES = {
     "transformer++-qknorm-windows": PLAIN | WINDOWS | {"qk_norm": True},
     "dcformer++": WINDOWS | {"qk_norm": True},
 }
-FIELDS = FAMILIES | {"talking-heads": WINDOWS | study.NO_DYNAMIC | {"compose_static": True, "qk_norm": True}}
+FIELDS = FAMILIES | {"talking-heads": WINDOWS | study.VARIANTS["static"].switches | {"qk_norm": True}}
 VARIANT = "dcformer++"
 BASELINES = tuple(family for family in FAMILIES if family != VARIANT)
 FORMS = {"log": "The paper's form of the law", "power": "A power law"}
