@@ -126,7 +126,7 @@ format: $(STAMP) ## sort imports, apply safe fixes, format
 bench: $(STAMP) ## measure on this machine's CPU
 	$(VENV_PYTHON) benchmarks/cpu_suite.py $(ARGS)
 
-kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory
+kernel-report: $(STAMP) ## compile every kernel for sm_80 to sm_120: registers, spills, shared memory
 	@$(VENV_PYTHON) tools/kernel_report.py $(ARGS)
 
 kernel-roofline: $(STAMP) ## estimate how fast the kernels could be, from arithmetic

@@ -43,7 +43,7 @@ from dcformer.kernels.tuning import Tile, launch_options
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
 SCALED = {"grad_weights": "scores", "grad_query": "values", "grad_key": "keys"}
 
-SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB per block
+SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB per block
 SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -51,7 +51,7 @@ _LENGTH = 2048
 _BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))  # of any architecture: specialization does not depend on it
 _OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own, where a launch does not say
 # Bytes that a kernel may spill: a few of those that change in no inner loop; on sm_90 since Triton 3.9 alone.
-_MAY_SPILL = {80: 32, 86: 32, 89: 32, 90: 32 if Version(triton.__version__) >= Version("3.9") else 0}
+_MAY_SPILL = dict.fromkeys(SHARED_LIMIT, 32) | {90: 32 if Version(triton.__version__) >= Version("3.9") else 0}
 _PRODUCTS = {LAUNCHES[name][0] for name in ("scores", "values", "keys")}
 
 
@@ -77,12 +77,12 @@ class Usage:
 
 
 def compile_spec(spec: dict[str, Any], arch: int) -> Any:
-    """Compiles a kernel for an architecture (80, 89 or 90). Returns what Triton makes of it.
+    """Compiles a kernel for an architecture. Returns what Triton makes of it.
 
     Args:
         spec: `kernel`, `signature` (argument -> type), `constexprs`, `attrs` as `ASTSource` takes them, and
             `num_warps`, `num_stages` and perhaps `maxnreg`.
-        arch: compute capability.
+        arch: compute capability, such as 90.
     """
     source = ASTSource(
         fn=spec["kernel"], signature=spec["signature"], constexprs=spec["constexprs"], attrs=spec["attrs"]
@@ -398,7 +398,7 @@ def main(argv: list[str] | None = None) -> int:
         otherwise 0.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=SHARED_LIMIT)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100, 120], choices=SHARED_LIMIT)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="models")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--rank", type=int, default=2, choices=range(1, 5))

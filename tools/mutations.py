@@ -3123,6 +3123,28 @@ _ANALYSIS = (
         ),
     )
     + _in(
+        "kernels",
+        "kernels/tuning.py",
+        (
+            "composition takes the products of sm_100 that have a memory of their own",
+            "b_t, num_warps = (32, 2) if has_memory else (64, 4)",
+            "b_t, num_warps = (64, 4)",
+            "tests/tools/test_kernel_report.py::test_kernels_fit_gpus_that_came_later[100-0.88]",
+        ),
+        (
+            "sm_120 has the tiles of sm_90",
+            "return arch < 90 or arch >= 120\n",
+            "return arch < 90\n",
+            "tests/tools/test_kernel_report.py::test_kernels_fit_gpus_that_came_later[120-0.72]",
+        ),
+        (
+            "later GPUs hold the query side of scores as sm_90",
+            "(arch != 90 and numbers <= 64)",
+            "(arch < 90 and numbers <= 64)",
+            "tests/kernels/test_tuning.py::test_channels_that_are_held_in_16_bits",
+        ),
+    )
+    + _in(
         "analysis",
         "analysis/tracing.py",
         (

@@ -156,7 +156,7 @@ def test_every_kernel_has_a_tile(monkeypatch):
     monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
     assert set(KERNELS) == set(launch.LAUNCHES)
     for kernel, heads, dim, arch in itertools.product(
-        KERNELS, (1, 32, 40), (16, 64, 80, 128, 256), (75, 80, 89, 90, 120)
+        KERNELS, (1, 32, 40), (16, 64, 80, 128, 256), (75, 80, 89, 90, 100, 120)
     ):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             tile = choose(kernel, heads, dim, dtype, arch)
@@ -187,7 +187,7 @@ def test_tiles_of_composition_are_those_that_maps_are_laid_out_by(monkeypatch):
     this._known.clear()
     assert this._tile("compose") == usual and this._tile("lse") == found["lse"]
     assert {name: this._tile(name) for name in products} == products
-    for heads, dtype, arch in itertools.product((8, 40), (torch.float32, torch.bfloat16), (80, 89, 90, 120)):
+    for heads, dtype, arch in itertools.product((8, 40), (torch.float32, torch.bfloat16), (80, 89, 90, 100, 120)):
         sizes = {choose(kernel, heads, 64, dtype, arch).b_t for kernel in problems._COMPOSITION}
         assert len(sizes) == 1
 

@@ -289,13 +289,15 @@ def test_as_many_keys_share_a_turn_as_registers_suffice_for(monkeypatch):
 
     assert keys(heads=16) == keys(arch=80) == keys(arch=80, rank=1) == keys(arch=80, rank=0) == keys(arch=120) == 4
     assert keys() == keys(rank=1) == keys(rank=3) == keys(rank=3, arch=80) == 2  # with 168 registers, or a larger rank
+    assert keys(arch=100) == keys(arch=103) == 2 and keys(heads=16, arch=100) == 4
     assert keys(rank=4) == keys(rank=4, arch=80) == keys(heads=40) == keys(dtype=torch.float32) == 1
 
 
 def test_products_with_copies_go_over_tokens_that_share_a_power_of_two(monkeypatch):
     """Each turn of their loops undoes one."""
     monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
-    for arch, dim, dtype in itertools.product((80, 89, 90, 120), (16, 80, 128, 256), (torch.bfloat16, torch.float16)):
+    archs, dtypes = (80, 89, 90, 100, 120), (torch.bfloat16, torch.float16)
+    for arch, dim, dtype in itertools.product(archs, (16, 80, 128, 256), dtypes):
         for kernel, axis in (("values", "b_s"), ("keys", "b_t")):
             usual = tuning.choose(kernel, 32, dim, dtype, arch)
             tried = tuning.candidates(kernel, usual)
@@ -329,7 +331,9 @@ def test_more_programs_run_at_once_where_few_registers_suffice(monkeypatch):
     assert {programs(name, 32, arch=80) for name in ("lse", "compose", "back_0")} == {2}
     assert [programs(name, 16, arch=80) for name in ("lse", "compose", "weights", "back_1")] == [3, 4, 4, 2]
     # the compiler may take all registers
-    assert programs("compose", 16, 4, arch=80) == programs("compose", 16, arch=120) == 2
+    assert programs("compose", 16, 4, arch=80) == programs("compose", 32, arch=120) == 2
+    assert programs("compose", 16, arch=120) == 4
+    assert [programs("compose", heads, arch=100) for heads in (16, 32)] == [8, 4], "of two warps"
     assert tuning.launch_options(Tile(64, 2, 4, 3, 168)) == {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     assert tuning.launch_options(Tile(64, 1, 4, 4)) == {"num_warps": 4, "num_stages": 4}
 
@@ -345,6 +349,8 @@ def test_channels_that_are_held_in_16_bits():
     assert {sizes for sizes, count in found.items() if count == 0} == {
         (heads, rank, arch) for heads, rank in ((32, 4), (48, 4), (64, 2), (64, 4)) for arch in (80, 90)
     }
+    for arch in (89, 100, 120):
+        assert all(tuning.wide_channels(*sizes, arch) == count for (*sizes, of), count in found.items() if of == 80)
 
 
 def test_keys_tell_windows_from_causal_attention_and_compositions_apart(monkeypatch):

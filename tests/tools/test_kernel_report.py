@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcfo
 import triton
 
 from dcformer.kernels.launch import LAUNCHES
+from dcformer.kernels.layout import Layout, Part
 from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.tuning import Tile
 
@@ -174,6 +175,24 @@ def test_kernels_are_within_their_instructions():
         # in their loop for rare numbers, or the status would not be 0
         spills = row["kernel"].startswith("back_") or row["kernel"] in ("values", "grad_query")
         assert row["stack"] <= (32 if IS_LATER else 0) or spills, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch, most", [(100, 0.88), (120, 0.72)])
+def test_kernels_fit_gpus_that_came_later(arch, most, report):
+    """Many heads and ranks, with scores in two parts: on sm_100 they once asked for more memory of its tensor cores
+    than there is. Composition does without it: its small products took up to twice the instructions for it.
+    """
+    layout = Layout(pre=report.FULL.pre | Part.STATIC, post=report.FULL.post | Part.STATIC, rank=4)
+    found = report.attention_specs(40, 256, arch, layout=layout, beyond=Beyond.PRECISION)
+    for name in ("scores", "lse", "compose", "values", "back_0", "grad_key"):
+        metadata = report.compile_spec(found[name], arch).metadata
+        assert metadata.shared <= report.SHARED_LIMIT[arch] * 1024, name
+        columns = metadata.tmem_size or 0  # of 512
+        assert columns <= (512 if found[name]["kernel"] in report._PRODUCTS else 0), name
+    compose = report.attention_specs(32, 128, arch)["compose"]
+    usage = report.compile_usage(compose, arch)
+    assert usage.stack == 0 and 0 < report.issued(compose, usage) <= most
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", 
 _PRODUCTS = ("scores", "values", "keys")
 _STAGES = (3, 2, 4)
 # Kernel of composition -> (heads up to, ranks up to, registers): with no more than these it spills nothing, and more of
-# its programs run at once. On sm_90, and before.
+# its programs run at once. On sm_90, and on others.
 _FEW_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "lse": ((16, 4, 128), (32, 2, 168)),
     "compose": ((16, 2, 128), (16, 4, 168), (32, 1, 128), (32, 2, 168)),
@@ -49,7 +49,7 @@ _FEW_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "back_1": ((16, 2, 168),),
     "back_0": ((16, 2, 168),),
 }
-_FEW_BEFORE = {"lse": ((16, 2, 168),), "compose": ((16, 2, 128),), "weights": ((16, 2, 128),)}
+_FEW_ELSEWHERE = {"lse": ((16, 2, 168),), "compose": ((16, 2, 128),), "weights": ((16, 2, 128),)}
 _REGISTERS = 65536  # of a multiprocessor
 _PRODUCT_TILES = ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
 _SMALL_WINDOW = 1024  # keys
@@ -68,7 +68,7 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
     limits = [usual.maxnreg]
     if kernel == "lse":
         limits += [0] if usual.maxnreg else []
-    elif usual.maxnreg in (0, 255) and usual.num_warps == 4:
+    elif usual.maxnreg in (0, 255) and usual.num_warps <= 4:
         limits += [168]  # more programs, and numbers in slower memory
     return tuple(
         replace(usual, b_s=b_s, num_stages=stages, maxnreg=limit)
@@ -109,30 +109,36 @@ def choose(
     small = _interpreter_tile(kernel)
     if small is not None:
         return small
+    of_registers = _multiplies_registers(arch)
     if kernel in _PRODUCTS:
         if dtype == torch.float32:  # on CUDA cores
             return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
         if dim > 128:  # with two stages ptxas makes the products of `values` wait for each other on sm_90
-            return Tile(64, 32, 4, 2) if kernel == "scores" else Tile(64, 32, 8, 3 if arch >= 90 else 2)
+            return Tile(64, 32, 4, 2) if kernel == "scores" else Tile(64, 32, 8, 2 if of_registers else 3)
         if kernel == "scores":  # 64 queries take 5% longer for a pair, and with small windows meet fewer that none sees
             return Tile(64 if window and window <= _SMALL_WINDOW else 128, 64, 4, 3)
         has_little = _has_little(arch)
-        if arch < 90:  # half as many warps spill
+        if of_registers:  # half as many warps spill
             return Tile(64, 128, 8, 2) if kernel == "keys" else Tile(128, 64, 8, 2 if has_little else 3)
         return _product_tile(kernel, 64, 64, 4, 4 if kernel == "keys" and not has_little else 3)
     if dtype == torch.float32:  # where ptxas may choose, it may choose 32, and spill all else
         return Tile(32, 1, 8, 2, 255) if heads <= 32 else Tile(32, 1, 4, 1, 255)
     most = 255 if kernel in ("back_1", "back_0") else 0  # for the same reason, on sm_80
-    if arch <= 90 and not splits_scores:
-        of_arch = _FEW_REGISTERS if arch == 90 else _FEW_BEFORE
+    if not splits_scores:
+        of_arch = _FEW_REGISTERS if arch == 90 else _FEW_ELSEWHERE
         known = (count for up_to, ranks, count in of_arch.get(kernel, ()) if heads <= up_to and rank <= ranks)
         most = next(known, most)
+    # Tensor cores of sm_100 take products of 64 rows from a memory of their own: for those as small as these, that is
+    # up to twice the instructions, and a wait for each. With 32 they take them from registers.
+    has_memory = 100 <= arch < 120
+    b_t, num_warps = (32, 2) if has_memory else (64, 4)
     if kernel == "lse":  # as many keys share one rescaling as registers suffice for
-        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or splits_scores or (arch == 90 and most == 168) else 4
-        return Tile(64, keys, 4, 3 if arch >= 90 else 2, most)
-    if kernel in ("back_1", "back_0"):  # below sm_90 a third stage costs a tenth more instructions
-        return Tile(64, 1, 4, 3 if arch >= 90 else 2, most)
-    return Tile(64, 1, 4, 4 if arch >= 90 else 2, most)
+        is_full = (arch == 90 and most == 168) or (has_memory and heads > 16)
+        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or splits_scores or is_full else 4
+        return Tile(b_t, keys, num_warps, 2 if of_registers else 3, most)
+    if of_registers:  # a third stage costs a tenth more instructions
+        return Tile(b_t, 1, num_warps, 2, most)
+    return Tile(b_t, 1, num_warps, 3 if kernel in ("back_1", "back_0") else 4, most)
 
 
 def wide_channels(heads: int, rank: int, arch: int) -> int:
@@ -145,7 +151,7 @@ def wide_channels(heads: int, rank: int, arch: int) -> int:
         rank, arch: R, and the compute capability.
     """
     numbers = heads * rank  # of down, and of up
-    if (heads <= 16 and rank <= 3) or (arch < 90 and numbers <= 64):
+    if (heads <= 16 and rank <= 3) or (arch != 90 and numbers <= 64):
         return 2 * rank + 1
     if numbers > 96:
         return 0
@@ -177,6 +183,11 @@ def resident_programs(kernel: str, tile: Tile, arch: int) -> int:
     elif tile.maxnreg:
         warps = _REGISTERS // (32 * -(-tile.maxnreg // 8) * 8)
     return max(1, warps // tile.num_warps)
+
+
+def _multiplies_registers(arch: int) -> bool:
+    """Whether tensor cores take both matrices of large products from registers, and not from shared memory."""
+    return arch < 90 or arch >= 120
 
 
 def _has_little(arch: int) -> bool:
