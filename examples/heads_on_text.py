@@ -11,7 +11,8 @@ law's rule. Runs with heads of 16 channels are those of the law.
 
 Composition of many heads has many parameters at these widths. So plain models that are larger by as many, in their MLP
 or all over, train on as many tokens, each at the best rate of a grid of its own. Talking heads, whose mixing is fixed,
-have next to no parameters of their own: they are tried with each number of heads.
+have next to no parameters of their own: they are tried with each number of heads, alone and, as the paper's full DCMHA
+has them, together with dynamic composition.
 
 Writes heads.json (and heads_larger.json, the larger plain models), heads.md and heads.svg.
 """
@@ -28,8 +29,11 @@ import study
 from small_law import RATE_SEED, SEEDS
 from study import read_runs, save_figure, write_text
 
-RATE_WIDTH, STATIC = small_law.RATE_WIDTH, "talking-heads"
+RATE_WIDTH = small_law.RATE_WIDTH
 PLAIN, OURS = FAMILIES = ("transformer++-qknorm-windows", small_law.VARIANT)
+STATIC, BOTH = small_law.OF_ABLATION
+LABELS = {PLAIN: "plain", OURS: "composed", STATIC: "talking heads", BOTH: "both"}
+BESIDE = ((OURS, PLAIN), (STATIC, PLAIN), (STATIC, OURS), (BOTH, PLAIN), (BOTH, OURS), (BOTH, STATIC))
 RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)  # the law's best at this width is the one in the middle, for both
 
 
@@ -141,7 +145,7 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         runs, larger: of `SHAPES`, and of larger plain models.
         scale: of the number of steps.
     """
-    grids = [(family, shape, runs) for shape in SHAPES if shape.of_grid == shape for family in (*FAMILIES, STATIC)]
+    grids = [(family, shape, runs) for shape in SHAPES if shape.of_grid == shape for family in LABELS]
     grids += [(PLAIN, shape, larger) for shape in larger_shapes()]
     rates = [chosen_rate(of, family, shape, scale) for family, shape, of in grids]
     edge = [
@@ -150,52 +154,53 @@ def report(runs: list[dict], larger: list[dict], scale: float) -> str:
         for (family, shape, _), rate in zip(grids, rates, strict=True)
         if rate in (min(RATES), max(RATES))
     ]
-    found = {(family, s): reported(runs, family, s, scale) for family in (*FAMILIES, STATIC) for s in SHAPES}
+    found = {(family, s): reported(runs, family, s, scale) for family in LABELS for s in SHAPES}
 
-    def rows(family: str, other: str) -> list[str]:
-        return [_row((s.width, s.heads), found[family, s], found[other, s]) for s in SHAPES]
+    def beside(family: str, other: str) -> list[str]:
+        pairs = [(found[other, s], found[family, s]) for s in SHAPES]
+        lower = [one[seed]["loss"] - own[seed]["loss"] for one, own in pairs for seed in one.keys() & own.keys()]
+        names = LABELS[other], LABELS[family]
+        rows = [_row((s.width, s.heads), own, one) for s, (one, own) in zip(SHAPES, pairs, strict=True)]
+        return [
+            "",
+            f"## {names[1].capitalize()} beside {names[0]}",
+            "",
+            *_table(("width", "heads"), *names, rows),
+            "",
+            f"Of pairs with the same seed, the loss is lower in {sum(value > 0 for value in lower)} of {len(lower)}"
+            + (f": by {min(lower):+.4f} to {max(lower):+.4f}." if lower else "."),
+        ]
 
-    pairs = [(found[PLAIN, s], found[STATIC, s]) for s in SHAPES]
-    lower = [one[seed]["loss"] - other[seed]["loss"] for one, other in pairs for seed in one.keys() & other.keys()]
-    beside_larger = [
-        _row(
-            (composed.heads, shape.width, shape.heads, shape.intermediate_size or 0),
-            found[OURS, composed],
-            reported(larger, PLAIN, shape, scale),
-        )
-        for composed, shapes in LARGER.items()
-        for shape in shapes
-    ]
+    def beside_larger(family: str) -> list[str]:
+        rows = [
+            _row(
+                (composed.heads, shape.width, shape.heads, shape.intermediate_size or 0),
+                found[family, composed],
+                reported(larger, PLAIN, shape, scale),
+            )
+            for composed, shapes in LARGER.items()
+            for shape in shapes
+        ]
+        named = (f"heads, {LABELS[family]}", "plain: width", "heads", "MLP")
+        heading = f"## {LABELS[family].capitalize()} beside larger plain models"
+        return ["", heading, "", *_table(named, "plain", LABELS[family], rows)]
+
     lines = [
         "<!-- written by examples/heads_on_text.py -->",
         "# Heads on text",
         "",
-        *_table(("width", "heads"), "plain", "composed", rows(OURS, PLAIN)),
-        "",
+        "Composed: dynamic composition; talking heads: the static part alone; both: the paper's full DCMHA. "
         f"Nats a character, {len(SEEDS)} seeds: mean and standard deviation. Lower by: mean and standard error of the "
         "seeds' differences; p: of a paired t-test; Welch's: of one without pairs. More parameters and operations: of "
-        "composed models, at equal width and tokens.",
+        "the second, at equal tokens.",
         f"Rates are those at width {RATE_WIDTH}, of {', '.join(f'{rate:g}' for rate in RATES)}"
         + (f"; at the edge of the grid: {', '.join(edge)}" if edge else "; none is at the edge of the grid")
         + (f"; {rates.count(None)} are not chosen yet." if None in rates else "."),
+        *(line for family, other in BESIDE for line in beside(family, other)),
+        *(line for family in (OURS, BOTH) for line in beside_larger(family)),
         "",
-        "## Beside larger plain models",
-        "",
-        *_table(("composed heads", "plain: width", "heads", "MLP"), "plain", "composed", beside_larger),
-        "",
-        f"Composed models have width {RATE_WIDTH} and an MLP of "
-        f"{small_law.make_config(OURS, RATE_WIDTH).intermediate_size}. Tokens are equal, rates each model's own.",
-        "",
-        "## Talking heads",
-        "",
-        *_table(("width", "heads"), "plain", "talking heads", rows(STATIC, PLAIN)),
-        "",
-        f"Of pairs with the same seed, talking heads have the lower loss in {sum(value > 0 for value in lower)} of "
-        f"{len(lower)}" + (f": by {min(lower):+.4f} to {max(lower):+.4f}." if lower else "."),
-        "",
-        "## Talking heads beside composed ones",
-        "",
-        *_table(("width", "heads"), "composed", "talking heads", rows(STATIC, OURS)),
+        f"There, models that mix heads have width {RATE_WIDTH} and an MLP of "
+        f"{small_law.make_config(OURS, RATE_WIDTH).intermediate_size}; rates are each model's own.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -208,8 +213,7 @@ def plot(runs: list[dict], scale: float, path: Path) -> None:
     figure, panels = pyplot.subplots(1, len(widths), figsize=(8, 3.2), layout="constrained", squeeze=False)
     for axes, width in zip(panels[0], widths, strict=True):
         shapes = [shape for shape in SHAPES if shape.width == width]
-        labels = ("plain, same norms and windows", "composed", "talking heads")
-        for family, label in zip((*FAMILIES, STATIC), labels, strict=True):
+        for family, label in LABELS.items():
             losses = {
                 shape.heads: [run["loss"] for run in found.values()]
                 for shape in shapes
@@ -253,7 +257,7 @@ def main() -> int:
         run([s.settings(f, seed, best[f, s], scale) for f, s in cells for seed in SEEDS], "seeds")
 
     if not arguments.report:
-        train_all(run, [(family, shape) for shape in SHAPES for family in (*FAMILIES, STATIC)])
+        train_all(run, [(family, shape) for shape in SHAPES for family in LABELS])
         train_all(run_larger, [(PLAIN, shape) for shape in larger_shapes()])
     runs = law + read_runs(path)
     text = report(runs, read_runs(larger_path), scale)

@@ -45,7 +45,11 @@ FAMILIES = {
     "transformer++-qknorm-windows": PLAIN | WINDOWS | {"qk_norm": True},
     "dcformer++": WINDOWS | {"qk_norm": True},
 }
-FIELDS = FAMILIES | {"talking-heads": WINDOWS | study.VARIANTS["static"].switches | {"qk_norm": True}}
+# the static part of composition alone, and all of it: the ablation's, with the law's norms and windows
+OF_ABLATION = {"talking-heads": "static", "dcmha": "full"}
+FIELDS = FAMILIES | {
+    family: WINDOWS | study.VARIANTS[variant].switches | {"qk_norm": True} for family, variant in OF_ABLATION.items()
+}
 VARIANT = "dcformer++"
 BASELINES = tuple(family for family in FAMILIES if family != VARIANT)
 FORMS = {"log": "The paper's form of the law", "power": "A power law"}

@@ -36,8 +36,9 @@ def runs_at_all_rates(family: str, shape, best: float, lead: float) -> list[dict
 
 
 def runs_of(best: float) -> list[dict]:
-    """All runs; at this rate composition leads by 0.1 and talking heads by 0.2 for each halving of heads' width."""
-    gains = {heads_on_text.PLAIN: 0.0, heads_on_text.OURS: 0.1, heads_on_text.STATIC: 0.2}
+    """All runs; at this rate composition leads by 0.1, talking heads by 0.2, both by 0.4 for each halving of heads."""
+    plain, ours, static, both = heads_on_text.LABELS
+    gains = {plain: 0.0, ours: 0.1, static: 0.2, both: 0.4}
     return [
         run
         for shape, (family, gain) in itertools.product(heads_on_text.SHAPES, gains.items())
@@ -48,40 +49,43 @@ def runs_of(best: float) -> list[dict]:
 @pytest.mark.parametrize("width", {shape.width for shape in heads_on_text.SHAPES})
 def test_only_heads_and_composition_differ(width):
     head_dims = [shape.head_dim for shape in heads_on_text.SHAPES if shape.width == width]
-    plain, ours, static = (
-        [small_law.make_config(family, width, dim).to_dict() for dim in head_dims]
-        for family in (*heads_on_text.FAMILIES, heads_on_text.STATIC)
+    plain, ours, static, both = (
+        [small_law.make_config(family, width, dim).to_dict() for dim in head_dims] for family in heads_on_text.LABELS
     )
     of_heads = {"num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters"}
-    for configs in (plain, ours, static):
+    for configs in (plain, ours, static, both):
         for one, other in itertools.pairwise(configs):
             assert {name for name in one if one[name] != other[name]} <= of_heads
             assert one["num_attention_heads"] * one["head_dim"] == other["num_attention_heads"] * other["head_dim"]
-    for one, *others in zip(plain, ours, static, strict=True):
+    for one, *others in zip(plain, ours, static, both, strict=True):
         for other in others:
             differ = {name for name in one if one[name] != other[name]}
             assert {name for name in differ if not name.startswith("compose")} == set()
             assert "compose_pre" in differ
+    for configs, parts in ((ours, (True, False)), (static, (False, True)), (both, (True, True))):
+        for config in configs:
+            assert (config["compose_query"] and config["compose_key"], config["compose_static"]) == parts
 
 
 @pytest.mark.parametrize("best", RATES)
 def test_the_table_has_each_family_at_its_best_rate(best):
     told = heads_on_text.report(runs_of(best), [], 1.0)
-    composed, _, static, both = told.split("\n## ")
-    tables = ((composed, 0.1, "25.0% | 50.0%"), (static, 0.2, "0.0% | 0.0%"), (both, 0.1, "-20.0% | -33.3%"))
-    for table, gain, more in tables:
+    dear, same, cheap = "25.0% | 50.0%", "0.0% | 0.0%", "-20.0% | -33.3%"  # of composed models beside all others
+    expected = ((0.1, dear), (0.2, same), (0.1, cheap), (0.4, same), (0.3, cheap), (0.2, same))
+    _, *tables = told.split("\n## ")[:7]
+    for table, (gain, more) in zip(tables, expected, strict=True):
         rows = [line for line in table.splitlines() if line.startswith(("| 48 ", "| 64 "))]
         assert [row.split(" | ")[1] for row in rows] == ["3", "6", "12", "4", "8"]
         lower = [float(row.split(" | ")[5].split()[0]) for row in rows]
         assert lower == pytest.approx([0, gain, 2 * gain, 0, gain])
         assert all(f"| {best:g}; {best:g} |" in row and f"| {more} | 1.0 and 1.0 |" in row for row in rows)
-    assert "the lower loss in 9 of 15: by +0.0000 to +0.4000." in static, "with 3 and 4 heads they are even"
+        assert f"lower in 9 of 15: by +0.0000 to +{2 * gain:.4f}." in table, "with 3 and 4 heads they are even"
     assert ("at the edge of the grid: " in told) == (best in (min(RATES), max(RATES)))
 
 
 def test_what_is_not_done_is_named():
     runs = [run for run in runs_of(1.6e-2) if not (run["head_dim"] == 4 and run["seed"] == 2)]
-    told, _, _ = heads_on_text.report(runs, [], 1.0).partition("\n## ")
+    _, told, *_ = heads_on_text.report(runs, [], 1.0).split("\n## ")
     assert "| 48 | 12 | not done |" in told and told.count("not done") == 9 and "| 48 | 6 | 0.016" in told
 
 
@@ -108,12 +112,13 @@ def test_larger_plain_models_have_rates_of_their_own(best):
         for i, shape in enumerate(heads_on_text.larger_shapes())
         for run in runs_at_all_rates(heads_on_text.PLAIN, shape, best, 0.01 * i)
     ]
-    told = heads_on_text.report(runs_of(1.6e-2), larger, 1.0)
-    _, told, *_ = told.split("\n## ")
-    rows = [line.split(" | ") for line in told.splitlines() if line.startswith(("| 6 ", "| 12 "))]
-    assert [row[4] for row in rows] == [f"{best:g}; 0.016"] * 7
-    lower = [float(row[7].split()[0]) for row in rows]
-    assert lower == pytest.approx([0.1, 0.09, 0.08, 0.07, 0.16, 0.15, 0.17]), "by 0.1 for 6 heads, 0.2 for 12"
+    *_, ours, both = heads_on_text.report(runs_of(1.6e-2), larger, 1.0).split("\n## ")
+    for told, of_six in ((ours, 0.1), (both, 0.4)):
+        rows = [line.split(" | ") for line in told.splitlines() if line.startswith(("| 6 ", "| 12 "))]
+        assert [row[4] for row in rows] == [f"{best:g}; 0.016"] * 7
+        lower = [float(row[7].split()[0]) for row in rows]
+        expected = [of_six - 0.01 * i for i in range(4)] + [2 * of_six - 0.01 * i for i in (4, 5, 3)]
+        assert lower == pytest.approx(expected), "for 6 heads, then for 12"
 
 
 @pytest.mark.long
@@ -141,10 +146,10 @@ def test_a_run_trains_and_is_not_run_again(tmp_path, monkeypatch, capsys):
     runs = json.loads((tmp_path / "heads.json").read_text())["runs"]
     seeds = (0, heads_on_text.RATE_SEED)
     wanted = [(family, 8, seed) for family in heads_on_text.FAMILIES for seed in seeds]
-    wanted += [(heads_on_text.STATIC, dim, seed) for dim in (16, 8) for seed in seeds]
+    wanted += [(family, dim, seed) for family in small_law.OF_ABLATION for dim in (16, 8) for seed in seeds]
     assert sorted({(run["family"], run["head_dim"], run["seed"]) for run in runs}) == sorted(wanted)
     assert (tmp_path / "heads.svg").read_text().rstrip().endswith("</svg>")
-    assert len(runs) == 12 and all(0 < run["loss"] < 6 for run in runs)
+    assert len(runs) == 18 and all(0 < run["loss"] < 6 for run in runs)
     of_larger = json.loads((tmp_path / "heads_larger.json").read_text())["runs"]
     assert len(of_larger) == 3 and {run["intermediate_size"] for run in of_larger} == {144}
     assert len({run["parameters"] for run in of_larger} & {run["parameters"] for run in runs}) == 0
@@ -153,14 +158,14 @@ def test_a_run_trains_and_is_not_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(small_law, "train", lambda *_: pytest.fail("trained again"))
     assert heads_on_text.main() == 0
     told = capsys.readouterr().out
-    assert "rates: 8 of 8 runs" in told and "larger plain models, rates: 2 of 2 runs" in told
+    assert "rates: 12 of 12 runs" in told and "larger plain models, rates: 2 of 2 runs" in told
 
 
 def test_the_committed_table_is_that_of_the_committed_runs():
     runs = heads_on_text.of_the_law(FOLDER / "small.json") + heads_on_text.read_runs(FOLDER / "heads.json")
     told = heads_on_text.report(runs, heads_on_text.read_runs(FOLDER / "heads_larger.json"), 1.0)
     assert told == (FOLDER / "heads.md").read_text(encoding="utf-8")
-    composed, _, static, _ = told.split("\n## ")
+    _, composed, static, *_ = told.split("\n## ")
     assert composed.count("| 48 | 3 | 0.016; 0.016 |") == composed.count("| 48 | 6 | 0.016; 0.008 |") == 1
     assert composed.count("| 48 | 12 | 0.032; 0.016 |") == static.count("| 48 | 3 | 0.016; 0.008 |") == 1
     assert "none is at the edge of the grid" in told and "not done" not in told
