@@ -308,7 +308,7 @@ def collect_sanitizer(run: Run, jobs: list[Job]) -> dict[str, Any]:
 def report_jobs(run: Run, seconds: float) -> list[Job]:
     archs = {90}  # that of the limits
     if not run.smoke:
-        archs |= {int(run.content["about"]["capability"].replace(".", ""))} & {80, 89}
+        archs |= {int(run.content["about"]["capability"].replace(".", ""))} & {80, 86, 89, 100, 120}
     arguments = ["--arch", *map(str, sorted(archs)), "--shapes", gpu_to_settle.SIZE, "--json"]
     arguments += ["--only", "^lse$"] if run.smoke else []
     return [Job("report", tool(str(REPOSITORY / "tools" / "kernel_report.py"), *arguments), {"TRITON_INTERPRET": None})]
