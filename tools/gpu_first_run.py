@@ -49,6 +49,7 @@ PRESETS = ("6.9b", "2.8b", "13b")
 STARTUP_S = 12.0  # of a process: imports
 RESERVED_S = 10.0  # at the end, for what is not in sections
 LEAST_S = 5.0  # no section begins with less
+REPORTED = {80, 86, 89, 90, 100, 103, 120, 121}  # what `kernel_report.py`, which imports Triton, compiles for
 _LIBC = ctypes.CDLL(None)
 # A few of the kernels' tests, for compute-sanitizer: composition, odd head dims, windows, 16 bits, decoding in splits.
 SANITIZED = (
@@ -308,7 +309,7 @@ def collect_sanitizer(run: Run, jobs: list[Job]) -> dict[str, Any]:
 def report_jobs(run: Run, seconds: float) -> list[Job]:
     archs = {90}  # that of the limits
     if not run.smoke:
-        archs |= {int(run.content["about"]["capability"].replace(".", ""))} & {80, 86, 89, 100, 120}
+        archs |= {int(run.content["about"]["capability"].replace(".", ""))} & REPORTED
     arguments = ["--arch", *map(str, sorted(archs)), "--shapes", gpu_to_settle.SIZE, "--json"]
     arguments += ["--only", "^lse$"] if run.smoke else []
     return [Job("report", tool(str(REPOSITORY / "tools" / "kernel_report.py"), *arguments), {"TRITON_INTERPRET": None})]

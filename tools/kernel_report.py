@@ -43,7 +43,7 @@ from dcformer.kernels.tuning import Tile, launch_options
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
 SCALED = {"grad_weights": "scores", "grad_query": "values", "grad_key": "keys"}
 
-SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB per block
+SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB per block
 SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

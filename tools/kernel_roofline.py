@@ -26,6 +26,7 @@ from dcformer import DCFormerConfig
 from dcformer.kernels.balance import keys_of_a_program, lengths
 from dcformer.kernels.launch import BESIDES, padded
 from dcformer.kernels.layout import Layout, Part
+from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.problem import head_blocks
 from dcformer.kernels.sizes import ceil_div, round_up
 from dcformer.kernels.triton.heads import matrix_side
@@ -349,7 +350,16 @@ def attention_work(
     """
 
     def tile(name: str) -> Tile:
-        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK, window, split_scores)
+        return choose(
+            name,
+            shape.heads,
+            shape.dim,
+            torch.bfloat16,
+            arch,
+            RANK,
+            window,
+            Beyond.PRECISION if split_scores else NOTHING,
+        )
 
     def composed(name: str) -> Work:
         suffix = "_split" if split_scores and name in _SPLIT_DOTS else ""

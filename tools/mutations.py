@@ -1596,6 +1596,30 @@ _KERNELS = (
             T_STEP + "test_a_ring_is_read_as_it_lies",
         ),
         (
+            "scores are composed while others are written",
+            "scores * scale, mask=m_r[:, None] & (o_s < end)[None, :])\n    tl.debug_barrier()\n",
+            "scores * scale, mask=m_r[:, None] & (o_s < end)[None, :])\n",
+            T_DECODE + "test_number_of_splits[1]",
+        ),
+        (
+            "composed scores replace those that others still read",
+            "tl.debug_barrier()  # what was read above is overwritten below",
+            "pass",
+            T_DECODE + "test_each_switch",
+        ),
+        (
+            "static maps of weights are read while they are written",
+            "tl.store(p_tile, tile, mask=m_tile)\n                tl.debug_barrier()\n",
+            "tl.store(p_tile, tile, mask=m_tile)\n",
+            T_DECODE + "test_each_switch",
+        ),
+        (
+            "composed weights meet values while others are written",
+            "tl.store(p_tile, tile, mask=m_tile)\n    tl.debug_barrier()\n",
+            "tl.store(p_tile, tile, mask=m_tile)\n",
+            T_DECODE + "test_number_of_splits[1]",
+        ),
+        (
             "sums of splits with different maxima",
             "total = total * tl.exp(top - safe) + tl.sum(sums * tl.exp(tops - safe[None, :]), 0)",
             "total = total * tl.exp(top - safe) + tl.sum(sums, 0)",
@@ -2192,9 +2216,15 @@ _KERNELS = (
             T_LAUNCH + "test_tiles_of_composition_are_those_that_maps_are_laid_out_by",
         ),
         (
+            "tiles found for the usual maps serve others",
+            "not self._is_widened and self.score_dtype == self.grad_dtype",
+            "not self._is_widened",
+            T_LAUNCH + "test_tiles_are_those_of_the_maps",
+        ),
+        (
             "tiles of maps in 16 bits serve those in float32",
-            "not self.splits_scores  # tiles are searched for\n        self._known.clear()",
-            "not self.splits_scores",
+            "self.score_dtype == self.grad_dtype\n        self._known.clear()",
+            "self.score_dtype == self.grad_dtype",
             T_LAUNCH + "test_tiles_are_those_of_the_maps",
         ),
         (
@@ -3130,6 +3160,18 @@ _ANALYSIS = (
             "b_t, num_warps = (32, 2) if has_memory else (64, 4)",
             "b_t, num_warps = (64, 4)",
             "tests/tools/test_kernel_report.py::test_kernels_fit_gpus_that_came_later[100-0.88]",
+        ),
+        (
+            "weights in bfloat16 have the registers of those in float16",
+            'not (Beyond.GRADIENTS in beyond and kernel in ("compose", "weights"))',
+            "True",
+            "tests/kernels/test_tuning.py::test_more_programs_run_at_once_where_few_registers_suffice",
+        ),
+        (
+            "a search tries no programs of two warps with fewer registers",
+            "usual.num_warps <= 4",
+            "usual.num_warps == 4",
+            "tests/kernels/test_tuning.py::test_a_search_tries_room_for_more_programs",
         ),
         (
             "sm_120 has the tiles of sm_90",

@@ -1,7 +1,8 @@
 """Marks the kernel tests `gpu` where they run compiled on one, so that `-m gpu` selects them.
 
 KERNEL_TESTS_TILES=gpu takes the tiles of a GPU (sm_90) in the interpreter, too, instead of small ones: what a test
-assumes about tiles shows before there is a GPU.
+assumes about tiles shows before there is a GPU. KERNEL_TESTS_RACES=1 looks at all that kernels read and write in the
+interpreter: each test fails that has a race (`races`).
 """
 
 import inspect
@@ -81,6 +82,19 @@ def _check_overflow(semantic, left, right, operation):
     compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__]
     found, limits = compute(*numbers, dtype=np.int64), np.iinfo(numbers[0].dtype)
     assert limits.min <= found.min() and found.max() <= limits.max, f"{operation.__name__} of whole numbers overflows"
+
+
+@pytest.fixture(autouse=os.environ.get("KERNEL_TESTS_RACES") == "1")
+def races(monkeypatch):
+    """No launch of a test has a race, which the interpreter's order of programs and threads would hide."""
+    if not INTERPRETED:  # results would show it
+        yield None
+        return
+    from races import Races
+
+    watched = Races(monkeypatch)
+    yield watched
+    assert not watched.found, "\n".join(sorted(watched.found))
 
 
 @pytest.fixture(autouse=True)

@@ -259,6 +259,7 @@ def strays(monkeypatch):
         pytest.param((37, 61), {"causal": False}, id="odd, not causal"),
     ],
 )
+@pytest.mark.usefixtures("races")
 def test_nothing_is_read_or_written_outside_of_tensors(sizes, options, strays, monkeypatch):
     """A number that is masked later may be read from anywhere, and results are right: a GPU would end the process."""
     monkeypatch.setattr(problems, "FIRST_CHUNK", 64)

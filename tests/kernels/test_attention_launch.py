@@ -204,3 +204,10 @@ def test_tiles_are_those_of_the_maps(monkeypatch):
     assert this.unit < of_half.b_t and this.block <= block
     this.beyond = Beyond(0)
     assert this._tile("compose") == of_half
+    this.beyond = Beyond.GRADIENTS
+    assert this._tile("compose").maxnreg == 0 < of_half.maxnreg
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
+    monkeypatch.setattr(problems, "found_tile", lambda gpu, key: of_half)
+    for beyond in Beyond:
+        this.beyond = beyond
+        assert this._tile("compose") != of_half, "found for maps in 16 bits"

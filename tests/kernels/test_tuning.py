@@ -12,6 +12,7 @@ from dcformer import ComposeWeights, SideWeights
 from dcformer.kernels import composed_attention, passes, schemas, search, tuning
 from dcformer.kernels import problem as problems
 from dcformer.kernels.layout import Layout, Stage
+from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.passes import Passes
 from dcformer.kernels.problem import Visibility
 from dcformer.kernels.tuning import Key, Tile
@@ -304,6 +305,13 @@ def test_products_with_copies_go_over_tokens_that_share_a_power_of_two(monkeypat
             assert len(tried) > 5 and {schemas.ROWS % getattr(tile, axis) for tile in (usual, *tried)} == {0}
 
 
+@pytest.mark.parametrize("arch", [90, 100])
+def test_a_search_tries_room_for_more_programs(monkeypatch, arch):
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
+    usual = tuning.choose("back_1", 32, 128, torch.bfloat16, arch)
+    assert {tile.maxnreg for tile in tuning.candidates("back_1", usual)} == {255, 168}
+
+
 def test_small_windows_have_small_tiles_of_scores(monkeypatch):
     monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
 
@@ -321,8 +329,8 @@ def test_small_windows_have_small_tiles_of_scores(monkeypatch):
 def test_more_programs_run_at_once_where_few_registers_suffice(monkeypatch):
     monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
 
-    def programs(kernel, heads, rank=2, arch=90):
-        tile = tuning.choose(kernel, heads, 128, torch.bfloat16, arch, rank)
+    def programs(kernel, heads, rank=2, arch=90, beyond=NOTHING):
+        tile = tuning.choose(kernel, heads, 128, torch.bfloat16, arch, rank, beyond=beyond)
         return tuning.resident_programs(kernel, tile, arch)
 
     assert [programs(name, 32) for name in ("lse", "compose", "weights", "back_1", "back_0")] == [3, 3, 3, 2, 2]
@@ -334,6 +342,11 @@ def test_more_programs_run_at_once_where_few_registers_suffice(monkeypatch):
     assert programs("compose", 16, 4, arch=80) == programs("compose", 32, arch=120) == 2
     assert programs("compose", 16, arch=120) == 4
     assert [programs("compose", heads, arch=100) for heads in (16, 32)] == [8, 4], "of two warps"
+    # weights in bfloat16, and scores in float32, take more registers
+    of_stages = "lse", "compose", "weights"
+    assert [programs(name, 32, beyond=Beyond.GRADIENTS) for name in of_stages] == [3, 2, 2]
+    assert [programs(name, 16, beyond=Beyond.GRADIENTS) for name in (*of_stages, "back_1")] == [4, 2, 2, 3]
+    assert {programs(name, 16, beyond=Beyond.PRECISION) for name in of_stages} == {2}
     assert tuning.launch_options(Tile(64, 2, 4, 3, 168)) == {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     assert tuning.launch_options(Tile(64, 1, 4, 4)) == {"num_warps": 4, "num_stages": 4}
 

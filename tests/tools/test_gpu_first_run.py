@@ -26,6 +26,7 @@ with pytest.MonkeyPatch.context() as patch:
     first_run = importlib.import_module("gpu_first_run")
     settle = importlib.import_module("gpu_to_settle")
     test_log = importlib.import_module("gpu_test_log")
+    report = importlib.import_module("kernel_report")
     roofline = importlib.import_module("kernel_roofline")
     importlib.import_module("gpu_suite")
 
@@ -577,6 +578,18 @@ def test_without_a_sanitizer_or_pytest_sections_say_so(monkeypatch, called):
     _, parts = called([one for one in first_run.SECTIONS if one.name in ("sanitizer", "tests")])
     assert "compute-sanitizer is not installed here" in parts["sanitizer"]["detail"]
     assert parts["tests"]["detail"].startswith("pytest is not installed in this Python")
+
+
+def test_the_report_is_of_the_device_too(tmp_path):
+    assert set(report.SHARED_LIMIT) == first_run.REPORTED
+
+    def archs(capability):
+        run = first_run.Run(tmp_path, content={"about": {"capability": capability}})
+        command = first_run.report_jobs(run, 100.0)[0].command
+        return command[command.index("--arch") + 1 : command.index("--shapes")]
+
+    assert archs("8.6") == ["86", "90"] and archs("12.1") == ["90", "121"] and archs("10.3") == ["90", "103"]
+    assert archs("9.0") == archs("7.0") == ["90"]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

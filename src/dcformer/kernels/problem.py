@@ -160,7 +160,8 @@ class Problem:
         self.shift = WEIGHT_SHIFT.value if is_half else 0
         self._copies = self.weight_dtype != self.q.dtype  # products take float16, the states are bfloat16
         self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
-        self._is_searchable = not self._is_widened and not self.splits_scores  # tiles are searched for
+        # tiles are searched for where maps are the usual ones
+        self._is_searchable = not self._is_widened and self.score_dtype == self.grad_dtype
         self._known.clear()
 
     @property
@@ -304,7 +305,7 @@ class Problem:
             return self.trial.tile
         dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
         dim, window = max(self.D, self.DV), self.visibility.window
-        tile = choose(name, self.M, dim, dtype, self.arch, self.layout.rank, window, self.splits_scores)
+        tile = choose(name, self.M, dim, dtype, self.arch, self.layout.rank, window, self.beyond)
         found = self._found_tile(name, tile) if autotune_is_on() and self._is_searchable else None
         return found or tile
 

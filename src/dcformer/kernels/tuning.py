@@ -16,6 +16,7 @@ import torch
 import triton
 
 from ..files import write_whole
+from .overflow import NOTHING, Beyond
 from .schemas import ROWS
 from .triton.precision import INTERPRETED
 from .verdicts import cache_folder
@@ -88,7 +89,7 @@ def is_allowed(kernel: str, tile: Tile, usual: Tile) -> bool:
 
 def choose(
     kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2, window: int | None = None,
-    splits_scores: bool = False,
+    beyond: Beyond = NOTHING,
 ) -> Tile:  # fmt: skip
     """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu_history.md); otherwise by what
     compiled code takes.
@@ -101,7 +102,7 @@ def choose(
         arch: compute capability, such as 90.
         rank: R.
         window: the most keys that a query sees, where it is fewer than there may be.
-        splits_scores: whether maps of scores are float32, others of 16 bits.
+        beyond: what has exceeded float16, where maps are of 16 bits or scores alone are float32, see `overflow`.
 
     Returns:
         the tile; a small one in Triton's interpreter.
@@ -124,7 +125,8 @@ def choose(
     if dtype == torch.float32:  # where ptxas may choose, it may choose 32, and spill all else
         return Tile(32, 1, 8, 2, 255) if heads <= 32 else Tile(32, 1, 4, 1, 255)
     most = 255 if kernel in ("back_1", "back_0") else 0  # for the same reason, on sm_80
-    if not splits_scores:
+    # scores in float32, and weights that are not composed in float16, take more registers
+    if Beyond.PRECISION not in beyond and not (Beyond.GRADIENTS in beyond and kernel in ("compose", "weights")):
         of_arch = _FEW_REGISTERS if arch == 90 else _FEW_ELSEWHERE
         known = (count for up_to, ranks, count in of_arch.get(kernel, ()) if heads <= up_to and rank <= ranks)
         most = next(known, most)
@@ -134,7 +136,7 @@ def choose(
     b_t, num_warps = (32, 2) if has_memory else (64, 4)
     if kernel == "lse":  # as many keys share one rescaling as registers suffice for
         is_full = (arch == 90 and most == 168) or (has_memory and heads > 16)
-        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or splits_scores or is_full else 4
+        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or Beyond.PRECISION in beyond or is_full else 4
         return Tile(b_t, keys, num_warps, 2 if of_registers else 3, most)
     if of_registers:  # a third stage costs a tenth more instructions
         return Tile(b_t, 1, num_warps, 2, most)
