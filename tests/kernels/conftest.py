@@ -1,8 +1,8 @@
 """Marks the kernel tests `gpu` where they run compiled on one, so that `-m gpu` selects them.
 
 KERNEL_TESTS_TILES=gpu takes the tiles of a GPU (sm_90) in the interpreter, too, instead of small ones: what a test
-assumes about tiles shows before there is a GPU. KERNEL_TESTS_RACES=1 looks at all that kernels read and write in the
-interpreter: each test fails that has a race (`races`).
+assumes about tiles shows before there is a GPU. KERNEL_TESTS_ACCESSES=1 looks at all that kernels read and write in
+the interpreter: a test fails where one is wrong (`accesses`).
 """
 
 import inspect
@@ -84,17 +84,17 @@ def _check_overflow(semantic, left, right, operation):
     assert limits.min <= found.min() and found.max() <= limits.max, f"{operation.__name__} of whole numbers overflows"
 
 
-@pytest.fixture(autouse=os.environ.get("KERNEL_TESTS_RACES") == "1")
-def races(monkeypatch):
-    """No launch of a test has a race, which the interpreter's order of programs and threads would hide."""
-    if not INTERPRETED:  # results would show it
+@pytest.fixture(autouse=os.environ.get("KERNEL_TESTS_ACCESSES") == "1")
+def accesses(monkeypatch):
+    """Nothing is read or written outside of tensors, nor in a race: what only Triton's interpreter forgives."""
+    if not INTERPRETED:
         yield None
         return
-    from races import Races
+    from accesses import Accesses
 
-    watched = Races(monkeypatch)
+    watched = Accesses(monkeypatch)
     yield watched
-    assert not watched.found, "\n".join(sorted(watched.found))
+    assert not watched.wrong, "\n".join(sorted(watched.wrong))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from dcformer.kernels.passes import Passes
 from dcformer.kernels.problem import Visibility
 from dcformer.kernels.triton.heads import WEIGHT_SHIFT
 
-pytestmark = pytest.mark.usefixtures("poison", "races")
+pytestmark = pytest.mark.usefixtures("poison", "accesses")
 
 
 def test_weights_are_kept_as_exactly_as_maps_are(unmarked, monkeypatch):

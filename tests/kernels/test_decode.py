@@ -14,7 +14,7 @@ from dcformer.kernels import decode, schemas
 from dcformer.kernels.decode import composed_decode
 from dcformer.kernels.layout import packed_weights
 
-pytestmark = pytest.mark.usefixtures("poison", "races")
+pytestmark = pytest.mark.usefixtures("poison", "accesses")
 FULL = ("query_maps", "query_gates", "key_maps", "key_gates")
 
 

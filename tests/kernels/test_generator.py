@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEAD_DIM = 8
 # Large activations reach exp's overflow in NumPy, where the limit is the right result.
 pytestmark = [
-    pytest.mark.usefixtures("poison", "races"),
+    pytest.mark.usefixtures("poison", "accesses"),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
 ]
 

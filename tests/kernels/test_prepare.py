@@ -15,7 +15,7 @@ from dcformer.kernels.prepare import prepare
 from dcformer.modeling_dcformer import DCFormerAttention, DCFormerRotaryEmbedding, apply_rotary
 
 pytestmark = [
-    pytest.mark.usefixtures("poison", "races"),
+    pytest.mark.usefixtures("poison", "accesses"),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,7 +16,7 @@ from dcformer.kernels.ops import triton_attention
 from dcformer.kernels.prepare import prepare
 
 pytestmark = [
-    pytest.mark.usefixtures("poison", "races"),
+    pytest.mark.usefixtures("poison", "accesses"),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
 ]
 CAPACITY = 37

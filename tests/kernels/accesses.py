@@ -1,9 +1,11 @@
-"""What programs of a launch do to each other's memory, and a program to its own, watched in Triton's interpreter.
+"""What programs of a launch do to memory, to each other's and to their own, watched in Triton's interpreter.
 
+A GPU ends a process that reads outside of its memory, even what is masked later; the interpreter reads what is there.
 A GPU runs the programs of a launch in any order and at once, and the threads of a program in any order up to the next
-barrier. The interpreter has one order, in which a result may be right that is not in another. So each read and write is
-looked at. These are races:
+barrier; the interpreter has one order, in which a result may be right that is not in another. So each read and write is
+looked at. These are wrong:
 
+- A program reads or writes what lies outside of all tensors that the launch was given.
 - A program reads or writes what another program of the same launch writes; but all may write the same number.
 - A program reads what it has written since its last barrier: other threads may have done so.
 - A program writes what it has read since its last barrier, but for a block in place: then Triton has the same thread
@@ -13,12 +15,14 @@ looked at. These are races:
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
@@ -26,29 +30,29 @@ _TRITON = Path(triton.__file__).parent
 _PAGE = 1 << 16  # bytes that are looked at together
 
 
-class Races:
-    """Watches launches until `monkeypatch` is undone.
+class Accesses:
+    """Watches launches until `monkeypatch` is undone. Reads and writes outside of tensors are left out.
 
     Attributes:
-        found: for each race, by kernel and line, a text.
+        wrong: by line, a text of each kind of wrong access.
         kernels: names of those that have been launched.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.found: set[str] = set()
+        self.wrong: set[str] = set()
         self.kernels: set[str] = set()
         # Reads and writes are numbered. Those from a number on are of this launch, of this program, since its barrier.
         self._number = self._launch = self._program = self._barrier = 0
-        self._pages: dict[
-            int, np.ndarray
-        ] = {}  # for each byte: its last write, its last read, and that of another program
+        self._given = _extents([])
+        self._pages: dict[int, np.ndarray] = {}  # of each byte the last write, the last read, and another program's
         self._blocks: dict[int, np.ndarray] = {}  # of reads since the barrier
-        self._load = InterpreterBuilder.create_masked_load
-        store, barrier = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_barrier
-        program, launch = InterpreterBuilder.set_grid_idx, GridExecutor.__call__
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+        program, barrier = InterpreterBuilder.set_grid_idx, InterpreterBuilder.create_barrier
+        launch = GridExecutor.__call__
 
         def launched(executor: Any, *arguments: Any, **named: Any) -> Any:
             self.kernels.add(executor.fn.__name__)
+            self._given = _extents(x for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor))
             self._pages.clear()
             self._launch = self._number + 1
             return launch(executor, *arguments, **named)
@@ -64,12 +68,22 @@ class Races:
             return barrier(builder)
 
         def loaded(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-            self._read(_bytes(pointers, mask))
-            return self._load(builder, pointers, mask, *rest)
+            places = _bytes(pointers, mask)
+            if self._is_stray(places):
+                self._report("reads outside of all tensors")
+                mask = SimpleNamespace(data=np.zeros_like(mask.data))
+            else:
+                self._read(places)
+            return load(builder, pointers, mask, *rest)
 
         def stored(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-            present = self._load(builder, pointers, mask, value, None, None, False)
-            self._write(_bytes(pointers, mask), np.array_equal(present.data, value.data, equal_nan=True))
+            places = _bytes(pointers, mask)
+            if self._is_stray(places):
+                self._report("writes outside of all tensors")
+                mask = SimpleNamespace(data=np.zeros_like(mask.data))
+            else:
+                present = load(builder, pointers, mask, value, None, None, False)
+                self._write(places, np.array_equal(present.data, value.data, equal_nan=True))
             return store(builder, pointers, value, mask, *rest)
 
         monkeypatch.setattr(GridExecutor, "__call__", launched)
@@ -77,6 +91,12 @@ class Races:
         monkeypatch.setattr(InterpreterBuilder, "create_barrier", met)
         monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loaded)
         monkeypatch.setattr(InterpreterBuilder, "create_masked_store", stored)
+
+    def _is_stray(self, places: np.ndarray) -> bool:
+        """Whether a byte lies in none of the tensors."""
+        starts, stops = self._given
+        which = np.searchsorted(starts, places, side="right") - 1
+        return bool(((which < 0) | (places >= stops[which])).any())
 
     def _of_pages(self, places: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Pages [3, bytes] on which places lie, and where on them."""
@@ -121,7 +141,7 @@ class Races:
         while frame.f_code.co_filename == __file__ or _TRITON in Path(frame.f_code.co_filename).parents:
             frame = frame.f_back
             assert frame is not None
-        self.found.add(f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}: {what}")
+        self.wrong.add(f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}: {what}")
 
 
 def _bytes(pointers: Any, mask: Any) -> np.ndarray:
@@ -129,3 +149,17 @@ def _bytes(pointers: Any, mask: Any) -> np.ndarray:
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
     starts = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.int64)
     return (starts[:, None] + np.arange(size)).ravel()
+
+
+def _extents(tensors: Iterable[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Where pieces of memory that tensors lie in begin and end, in order and apart."""
+    pieces: list[list[int]] = []
+    for tensor in sorted((t for t in tensors if t.numel()), key=torch.Tensor.data_ptr):
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        if pieces and start <= pieces[-1][1]:
+            pieces[-1][1] = max(pieces[-1][1], stop)
+        else:
+            pieces.append([start, stop])
+    starts, stops = np.array(pieces or [[0, 0]], dtype=np.int64).T
+    return starts, stops
