@@ -152,14 +152,18 @@ def _bytes(pointers: Any, mask: Any) -> np.ndarray:
 
 
 def _extents(tensors: Iterable[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Where pieces of memory that tensors lie in begin and end, in order and apart."""
+    """Where pieces of memory that tensors lie in begin and end, in order and apart. Single numbers alone stand for
+    addresses, as where a launch is repeated: then all memory."""
+    given = [tensor for tensor in tensors if tensor.numel()]
+    if all(tensor.numel() == 1 for tensor in given):
+        return np.array([0], dtype=np.int64), np.array([np.iinfo(np.int64).max], dtype=np.int64)
     pieces: list[list[int]] = []
-    for tensor in sorted((t for t in tensors if t.numel()), key=torch.Tensor.data_ptr):
+    for tensor in sorted(given, key=torch.Tensor.data_ptr):
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start, stop = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
         if pieces and start <= pieces[-1][1]:
             pieces[-1][1] = max(pieces[-1][1], stop)
         else:
             pieces.append([start, stop])
-    starts, stops = np.array(pieces or [[0, 0]], dtype=np.int64).T
+    starts, stops = np.array(pieces, dtype=np.int64).T
     return starts, stops
