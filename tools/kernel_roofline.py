@@ -348,18 +348,10 @@ def attention_work(
             chunks, which share some keys, is left out.
         split_scores: scores are in two parts.
     """
+    beyond = Beyond.PRECISION if split_scores else NOTHING
 
     def tile(name: str) -> Tile:
-        return choose(
-            name,
-            shape.heads,
-            shape.dim,
-            torch.bfloat16,
-            arch,
-            RANK,
-            window,
-            Beyond.PRECISION if split_scores else NOTHING,
-        )
+        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK, window, beyond)
 
     def composed(name: str) -> Work:
         suffix = "_split" if split_scores and name in _SPLIT_DOTS else ""
